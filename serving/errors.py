@@ -1,30 +1,30 @@
-"""Errors a caller can cause or must react to. Imports nothing; knows no gRPC (serving/status.py does).
+"""Errors a caller can cause or must react to. Imports nothing; serving/status.py knows gRPC.
 
-    ServiceError
-      InvalidRequest            the request itself is wrong: fix it, do not retry
-        MalformedRequest        the bytes are no message of this type, or no UTF-8
-        ContextLengthExceeded   the prompt (and its reply) do not fit the model's positions
-      HandleNotFound            no such handle
-        KvEvicted               the handle was valid once; its state is gone: prefill again
-      AlreadyExists             the handle or request id is taken
-      WrongState                the state does not allow this: fix the state first
-        BaseMismatch            the declared base is not what the service holds
-        PlanRejected            the keep plan does not fit the request
-        TokenizerMismatch       draft and target do not share a tokenizer
-        ProtectedExceedsBudget  what must be kept leaves nothing to rank at this keep rate
-        PromptExceedsDraft      the draft has not enough positions for this prompt
-      Conflict                  somebody else is at it: retry the whole operation
-      ResourceExhausted         a bound was reached: retry later
-        QueueFull               too many requests wait
-        KvCacheFull             no page is free
-        SlowConsumer            the reader does not keep up with its own stream
-      Unauthenticated           no or a wrong credential
-      Unavailable               not now: loading, draining or a peer is gone; retry with backoff
-        UpstreamUnavailable     a service behind this one is gone
-        StreamInterrupted       a service went away after the first token
-      DeadlineExceeded          the caller's time is over
-      NonFiniteImportance       the draft produced NaN or infinity
-      InternalError             a bug; the text is an incident id
+ServiceError
+  InvalidRequest            the request itself is wrong: fix it, do not retry
+    MalformedRequest        the bytes are no message of this type, or no UTF-8
+    ContextLengthExceeded   the prompt (and its reply) do not fit the model's positions
+  HandleNotFound            no such handle
+    KvEvicted               the handle was valid once; its state is gone: prefill again
+  AlreadyExists             the handle or request id is taken
+  WrongState                the state does not allow this: fix the state first
+    BaseMismatch            the declared base is not what the service holds
+    PlanRejected            the keep plan does not fit the request
+    TokenizerMismatch       draft and target do not share a tokenizer
+    ProtectedExceedsBudget  what must be kept leaves nothing to rank at this keep rate
+    PromptExceedsDraft      the draft has not enough positions for this prompt
+  Conflict                  somebody else is at it: retry the whole operation
+  ResourceExhausted         a bound was reached: retry later
+    QueueFull               too many requests wait
+    KvCacheFull             no page is free
+    SlowConsumer            the reader does not keep up with its own stream
+  Unauthenticated           no or a wrong credential
+  Unavailable               not now: loading, draining or a peer is gone; retry with backoff
+    UpstreamUnavailable     a service behind this one is gone
+    StreamInterrupted       a service went away after the first token
+  DeadlineExceeded          the caller's time is over
+  NonFiniteImportance       the draft produced NaN or infinity
+  InternalError             a bug; the text is an incident id
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The keep plan and the settings it was made under, as values. Pure; knows neither models nor gRPC.
 
 A chunk is a run of `chunk_tokens` adjacent prompt tokens; chunk c covers positions
-[c * chunk_tokens, min((c + 1) * chunk_tokens, M)). The scorer makes plans, the target executes them,
-the gateway carries and reports them.
+[c * chunk_tokens, min((c + 1) * chunk_tokens, M)). The scorer makes plans, the target executes
+them, the gateway carries and reports them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class QueryMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """Everything about a request that shapes its keep plan. keep rate in basis points (2000 = 20 %)."""
+    """Everything about a request that shapes its keep plan; 2000 basis points are 20 %."""
 
     keep_basis_points: int = 2000
     chunk_tokens: int = 32
@@ -37,9 +37,16 @@ class PlanSettings:
     lookahead_temperature: float = 0.0
     lookahead_seed: int | None = None
 
+    def __post_init__(self) -> None:
+        # Float32 is what the wire carries: both of its ends must digest the same number. The sum
+        # turns -0.0 into 0.0.
+        with np.errstate(over="ignore"):
+            temperature = float(np.float32(self.lookahead_temperature)) + 0.0
+        object.__setattr__(self, "lookahead_temperature", temperature)
+
     @property
     def is_deterministic(self) -> bool:
-        """False where the lookahead draws without a seed: such a plan must not be replayed unasked."""
+        """False where the lookahead draws without a seed: never replay such a plan unasked."""
         greedy = self.lookahead_temperature == 0.0 or self.query_mode is QueryMode.TAIL_WINDOW
         return greedy or self.lookahead_seed is not None
 
@@ -100,7 +107,7 @@ def chunks_kept_at(selectable_chunks: int, keep_basis_points: int) -> int:
 
 
 def tail_chunks(prompt_tokens: int, chunk_tokens: int, tail_tokens: int, kept_chunks: int) -> int:
-    """Last chunks that are kept without ranking: as many as cover tail_tokens, at most max(2, k // 4).
+    """Last chunks that are kept without ranking: they cover tail_tokens, at most max(2, k // 4).
 
     kept_chunks: k, the chunks kept in all. 0 tail_tokens force nothing.
     """
@@ -121,12 +128,13 @@ def span_chunks(spans: Iterable[Run], chunk_tokens: int) -> set[int]:
 
 
 def runs_of(ascending: Iterable[int]) -> tuple[Run, ...]:
-    """Ascending indices as runs."""
+    """Strictly ascending indices as runs of Python integers, as few as possible."""
     runs: list[Run] = []
-    for index in ascending:
+    for index in map(int, ascending):
         if runs and runs[-1].end == index:
             runs[-1] = Run(runs[-1].start, index + 1)
         else:
+            assert not runs or runs[-1].end < index
             runs.append(Run(index, index + 1))
     return tuple(runs)
 
@@ -178,8 +186,42 @@ def check_plan(
     protected_head_tokens: int,
     protected_spans: Sequence[Run],
 ) -> None:
-    """Raise PlanRejected unless the plan fits this prompt and keeps what must be kept. Never repairs."""
+    """Raise PlanRejected unless the plan fits this prompt and keeps what must be kept.
+
+    Never repairs. The plan is not trusted in anything: it came over the wire.
+    """
+    _check_made_for(plan, prompt_tokens, protected_head_tokens, protected_spans)
     chunk_tokens = plan.settings.chunk_tokens
+    first, total = protected_head_tokens // chunk_tokens, plan.chunks_total
+    _check_runs(plan.kept, first=first, total=total)
+    kept = np.zeros(total, dtype=bool)
+    for run in plan.kept:
+        kept[run.start : run.end] = True
+    if not kept[-1]:
+        raise PlanRejected("the keep plan drops the last prompt token")
+    tail = tail_chunks(
+        prompt_tokens, chunk_tokens, plan.settings.tail_tokens, int(np.count_nonzero(kept))
+    )
+    if not kept[max(total - tail, first) :].all():
+        raise PlanRejected(f"the keep plan drops one of the last {tail} chunks")
+    for span in protected_spans:
+        if not kept[
+            max(span.start // chunk_tokens, first) : chunk_count(span.end, chunk_tokens)
+        ].all():
+            raise PlanRejected(
+                f"the keep plan drops some of the protected span {span.start} to {span.end}"
+            )
+    _check_forced(plan.forced, kept, first=first)
+
+
+def _check_made_for(
+    plan: KeepPlan,
+    prompt_tokens: int,
+    protected_head_tokens: int,
+    protected_spans: Sequence[Run],
+) -> None:
+    if plan.settings.chunk_tokens < 1:
+        raise PlanRejected("the keep plan has chunks of 0 tokens")
     if plan.prompt_tokens != prompt_tokens:
         raise PlanRejected(
             f"the keep plan is for {plan.prompt_tokens} tokens, the prompt has {prompt_tokens}"
@@ -189,29 +231,28 @@ def check_plan(
             f"the keep plan assumes a protected head of {plan.protected_head_tokens} tokens, "
             f"the request says {protected_head_tokens}"
         )
+    if protected_head_tokens >= prompt_tokens:
+        raise PlanRejected("the protected head leaves no token for the keep plan")
     if tuple(plan.protected_spans) != tuple(protected_spans):
         raise PlanRejected("the keep plan was made for other protected spans")
-    _check_runs(plan)
-    kept = set(run_members(plan.kept))
-    total = plan.chunks_total
-    if total - 1 not in kept:
-        raise PlanRejected("the keep plan drops the last prompt token")
-    tail = tail_chunks(prompt_tokens, chunk_tokens, plan.settings.tail_tokens, len(kept))
-    if not kept.issuperset(range(max(total - tail, protected_head_tokens // chunk_tokens), total)):
-        raise PlanRejected(f"the keep plan drops one of the last {tail} chunks")
-    first_selectable = protected_head_tokens // chunk_tokens
-    needed = {c for c in span_chunks(protected_spans, chunk_tokens) if c >= first_selectable}
-    if not kept.issuperset(needed):
-        raise PlanRejected("the keep plan drops a protected span")
+    if any(span.end > prompt_tokens for span in protected_spans):
+        raise PlanRejected("a protected span goes past the prompt")
 
 
-def _check_runs(plan: KeepPlan) -> None:
-    next_free = plan.protected_head_tokens // plan.settings.chunk_tokens
-    if not plan.kept:
+def _check_runs(runs: Sequence[Run], *, first: int, total: int) -> None:
+    if not runs:
         raise PlanRejected("the keep plan keeps nothing")
-    for run in plan.kept:
-        if run.start < next_free:
+    free_from = first
+    for run in runs:
+        if run.start < free_from:
             raise PlanRejected("the keep plan's chunks are not ascending, or lie in the head")
-        if run.end > plan.chunks_total:
-            raise PlanRejected(f"the keep plan goes past the last chunk, {plan.chunks_total - 1}")
-        next_free = run.end
+        if run.end > total:
+            raise PlanRejected(f"the keep plan goes past the last chunk, {total - 1}")
+        free_from = run.end
+
+
+def _check_forced(forced: Sequence[Run], kept: np.ndarray, *, first: int) -> None:
+    if forced:
+        _check_runs(forced, first=first, total=kept.size)
+    if not all(kept[run.start : run.end].all() for run in forced):
+        raise PlanRejected("the keep plan forces a chunk that it does not keep")
