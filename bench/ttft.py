@@ -21,10 +21,12 @@ from typing import Annotated, Any
 import tokenizers
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from bench.report import ROOT, environment, print_last_line
 from client import Client, Delta, Finished
@@ -210,6 +212,7 @@ def _corpus() -> str:
 
 
 def _load_peer(model_dir: Path) -> Any:
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -217,24 +220,31 @@ def _load_peer(model_dir: Path) -> Any:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="Seconds to the first token, medians", title_justify="left")
-    columns = {
-        "prompt_tokens": "tokens",
-        "dense_s": "dense",
-        "sparse_s": "sparse",
-        "peer_hf_dense_s": "transformers",
-        "speedup": "dense / sparse",
-        "dense_vs_peer": "transformers / dense",
-        "kept_tokens": "kept",
-        "ranked_chunks": "ranked chunks",
-        "path": "path",
-        "reason": "reason",
-        "query_mode": "queries",
-    }
-    for heading in columns.values():
-        table.add_column(heading, justify="right")
+    queries = rows[-1]["query_mode"].lower()
+    table = Table(
+        title="seconds to the first token, medians; x: times as fast as",
+        title_justify="left",
+        caption=f"sparse keeps 20 %, queries: {queries}; peer: transformers, dense, same weights",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    headings = ("prompt", "dense", "sparse", "peer", "sparse", "dense", "kept", "ranked")
+    units = ("tokens", "s", "s", "s", "x dense", "x peer", "tokens", "chunks")
+    for heading, unit in zip(headings, units, strict=True):
+        table.add_column(f"{heading}\n{unit}", justify="right")
     for row in rows:
-        table.add_row(*("-" if row[key] is None else str(row[key]) for key in columns))
+        went_sparse = row["sparse_s"] is not None
+        table.add_row(
+            str(row["prompt_tokens"]),
+            f"{row['dense_s']:.2f}",
+            f"{row['sparse_s']:.2f}" if went_sparse else f"{row['path']}: {row['reason']}",
+            f"{row['peer_hf_dense_s']:.2f}",
+            f"{row['speedup']:.2f}" if went_sparse else "-",
+            f"{row['dense_vs_peer']:.2f}",
+            "-" if row["kept_tokens"] is None else str(row["kept_tokens"]),
+            "-" if row["ranked_chunks"] is None else str(row["ranked_chunks"]),
+        )
     return table
 
 

@@ -273,7 +273,8 @@ def _errors(address: str, as_json: bool) -> Iterator[None]:
         _complain(error, _unavailable_line(error, address), as_json)
         raise typer.Exit(EXIT_UNREACHABLE) from None
     except InvalidRequest as error:
-        where = f" ({error.field})" if error.field else ""
+        is_named = error.field is None or error.field in error.message
+        where = "" if is_named else f" ({error.field})"
         _complain(error, f"refused: {error.message}{where}", as_json)
         raise typer.Exit(EXIT_FAILED) from None
     except ServiceError as error:

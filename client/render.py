@@ -48,7 +48,7 @@ def stage_table(timings: Timings) -> Table:
     table.add_column("")
     total = timings.time_to_first_token_s
     for name, seconds in timings.stages().items():
-        if round(seconds, 4) > 0:
+        if round(seconds, 3) > 0:
             share = seconds / total if total else 0.0
             label = STAGE_NAMES.get(name, name)
             table.add_row(label, f"{seconds:.3f}", f"{share:.0%}", bar(share))
@@ -71,7 +71,7 @@ def summary(reply: Reply | Finished) -> RenderableType:
             f"{counts.completion_tokens:,} reply tokens, {reply.finish_reason}"
         )
     )
-    parts.append(stage_table(reply.timings))
+    parts += ["", stage_table(reply.timings)]
     return Group(*parts)
 
 
@@ -143,18 +143,19 @@ def explanation_view(explanation: Explanation, *, most: int) -> RenderableType:
         parts += [Text(kept_line(explanation.plan)), PlanPicture(explanation.plan)]
     ranked = sorted(explanation.chunks, key=lambda c: (-c.importance, c.chunk))
     if ranked:
-        parts.append(chunk_table("Most important chunks", ranked[:most]))
-        parts.append(chunk_table("Least important chunks", ranked[most:][-most:]))
+        parts += ["", chunk_table("Most important chunks", ranked[:most])]
+        parts += ["", chunk_table("Least important chunks", ranked[most:][-most:])]
     return Group(*parts)
 
 
 def chunk_table(title: str, chunks: Sequence[Chunk]) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=True)
     table.add_column("chunk", justify="right")
     table.add_column("positions", justify="right")
     table.add_column("importance", justify="right")
     table.add_column("state")
-    table.add_column("text", overflow="ellipsis", no_wrap=True)
+    # What the others leave is the text's: without a ratio it would take their room.
+    table.add_column("text", overflow="ellipsis", no_wrap=True, ratio=1)
     for chunk in chunks:
         text = Text(" ".join((chunk.text or "").split()))
         table.add_row(

@@ -17,17 +17,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from client import Client, Delta, Finished, Progress, render
 from demo.launcher import LaunchError, LocalServices, exit_on_sigterm
 from demo.models import default_plan
+from demo.prepare import PrepareError
 from serving.errors import ServiceError
 
 RANKED_CHUNKS_MIN = 8
-ANSWER_TOKENS_MAX = 40
+ANSWER_TOKENS_MAX = 32
 # The model is small: it finds a fact better when told what it has before it.
 SYSTEM = (
     "You answer questions about a document that the user sends. "
@@ -63,8 +66,8 @@ def run(
 ) -> None:
     """Ask about a long text, sparse and dense."""
     console = Console(stderr=as_json)
-    text = _shipped_text() if file is None else file.read_text(encoding="utf-8").strip()
     questions = _questions(is_shipped=file is None, ask=ask)
+    text = _shipped_text() if file is None else _text_of(file)
     with tempfile.TemporaryDirectory(prefix="specprefill-demo-") as logs:
         plan = default_plan(Path(logs), console)
         with (
@@ -137,36 +140,33 @@ def _progress_line(event: Progress) -> str:
 
 
 def _comparison(questions: list[Question], answers: list[tuple[Answer, Answer]]) -> Table:
-    table = Table(title="Sparse against dense, this run", title_justify="left")
-    for name, justify in (("question", "left"), ("prefill", "left"), ("answer", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+    table.add_column("sparse against dense, this run", overflow="ellipsis", no_wrap=True, ratio=1)
     table.add_column("right")
     table.add_column("first token", justify="right")
     for question, pair in zip(questions, answers, strict=True):
+        table.add_row(Text(question.ask, style="bold"))
         for answer in pair:
-            decision = answer.finished.decision
+            path = answer.finished.decision.path.lower()
             table.add_row(
-                question.ask if answer is pair[0] else "",
-                decision.path.lower(),
-                answer.text,
+                Text(f"  {path:7} {' '.join(answer.text.split())}"),
                 {True: "yes", False: "no", None: ""}[answer.is_right],
                 f"{answer.finished.timings.time_to_first_token_s:.2f} s",
-                end_section=answer is pair[1],
             )
     return table
 
 
 def _verdict(answers: list[tuple[Answer, Answer]]) -> str:
-    sparse_s, dense_s = _median_ttft_s(answers)
     asked = len(answers)
-    right = [sum(bool(pair[i].is_right) for pair in answers) for i in (0, 1)]
-    verdict = (
-        f"median time to the first token: sparse {sparse_s:.2f} s, dense {dense_s:.2f} s, "
-        f"{dense_s / sparse_s:.2f} times faster"
-    )
-    if answers[0][0].is_right is None:
-        return verdict
-    return f"right answers: sparse {right[0]}/{asked}, dense {right[1]}/{asked}; {verdict}"
+    sparse_s, dense_s = _median_ttft_s(answers)
+    lines = [
+        f"first token{', median' if asked > 1 else ''}: sparse {sparse_s:.2f} s, "
+        f"dense {dense_s:.2f} s; sparse is {dense_s / sparse_s:.2f} times as fast"
+    ]
+    if answers[0][0].is_right is not None:
+        right = [sum(bool(pair[i].is_right) for pair in answers) for i in (0, 1)]
+        lines.append(f"right answers: sparse {right[0]}/{asked}, dense {right[1]}/{asked}")
+    return "\n".join(lines)
 
 
 def _median_ttft_s(answers: list[tuple[Answer, Answer]]) -> tuple[float, float]:
@@ -230,6 +230,15 @@ def _shipped_text() -> str:
     return _resource("handbook.txt").strip()
 
 
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise typer.BadParameter(f"{file} is not UTF-8 text") from None
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {file}: {error.strerror}") from None
+
+
 def _resource(name: str) -> str:
     return resources.files("demo").joinpath(name).read_text(encoding="utf-8")
 
@@ -237,15 +246,14 @@ def _resource(name: str) -> str:
 def main() -> None:
     exit_on_sigterm()
     try:
-        app(standalone_mode=False)
-    except typer.Exit as done:
-        raise SystemExit(done.exit_code) from None
-    except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("interrupted; every process started here has ended\n")
-        raise SystemExit(EXIT_INTERRUPTED) from None
-    except (LaunchError, ServiceError, OSError) as error:
+        app()
+    except (LaunchError, PrepareError, ServiceError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(EXIT_FAILED) from None
+    except SystemExit as done:
+        if done.code == EXIT_INTERRUPTED:
+            sys.stderr.write("interrupted; every process started here has ended\n")
+        raise
 
 
 if __name__ == "__main__":

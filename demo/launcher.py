@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -179,10 +179,13 @@ class LocalServices:
         while (event := _serving_event(service.log_path)) is None:
             if not service.is_running:
                 code = service.process.returncode
-                raise LaunchError(f"the {service.name} ended with code {code}\n{_tail(service)}")
+                raise LaunchError(
+                    f"the {service.name} ended with code {code}\n{_last_words(service)}"
+                )
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"the {service.name} did not start in {START_S_MAX:.0f} s\n{_tail(service)}"
+                    f"the {service.name} did not start in {START_S_MAX:.0f} s\n"
+                    f"{_last_words(service)}"
                 )
             time.sleep(POLL_S)
         service.port, service.metrics_port = event["port"], event["metrics_port"]
@@ -214,8 +217,10 @@ def _serving_event(log_path: Path) -> dict[str, Any] | None:
     return next((e for e in log_events(log_path) if e.get("event") == "serving"), None)
 
 
-def _tail(service: Service) -> str:
-    lines: Sequence[str] = service.log_path.read_text(
-        encoding="utf-8", errors="replace"
-    ).splitlines()
+def _last_words(service: Service) -> str:
+    """Why a start failed, if the service could say it; otherwise the end of its log."""
+    for event in log_events(service.log_path):
+        if event.get("event") == "start_failed":
+            return str(event.get("reason"))
+    lines = service.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(lines[-LOG_TAIL_LINES:]) or "(it said nothing)"

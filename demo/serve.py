@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from client.client import DEFAULT_ADDRESS
 from demo.launcher import LaunchError, LocalServices, Service, exit_on_sigterm
 from demo.models import default_plan, plan_for
+from demo.prepare import PrepareError
 
 POLL_S = 0.5
 DEFAULT_PORT = 50050
@@ -48,18 +51,24 @@ def run(
                 gateway_port=port,
             )
         with LocalServices(plan, notify=lambda line: console.print(line, style="dim")) as services:
-            console.print(_how_to_call(services, log_dir), markup=False, highlight=False)
-            _watch(services)
+            how_to = _how_to_call(services, log_dir)
+            console.print(how_to, markup=False, highlight=False, soft_wrap=True)
+            # Ctrl-C is how this command ends well.
+            with suppress(KeyboardInterrupt):
+                _watch(services)
+    console.print("all three have ended")
 
 
 def _how_to_call(services: LocalServices, log_dir: Path) -> str:
     address = services.address
+    where = "" if address == DEFAULT_ADDRESS else f" --address {address}"
     metrics = "\n".join(f"  {name:8}{s.metrics_url}" for name, s in services.services.items())
     return (
-        f"\nThe gateway listens on {address}. Try\n\n"
-        f"  .venv/bin/specprefill info --address {address}\n"
-        f"  .venv/bin/specprefill generate --address {address} --mode sparse --file README.md "
-        '--ask "What is this?"\n\n'
+        f"\nThe gateway listens on {address}. In another terminal:\n\n"
+        f"  .venv/bin/specprefill info{where}\n"
+        f"  .venv/bin/specprefill generate{where} --ask 'What is the capital of France?'\n"
+        f"  .venv/bin/specprefill explain{where} --file demo/handbook.txt "
+        "--ask 'Question: Who is the warden of Skerrow?'\n\n"
         f"Metrics\n\n{metrics}\n\nLogs are in {log_dir}. Ctrl-C ends all three.\n"
     )
 
@@ -81,13 +90,8 @@ def _check(service: Service) -> None:
 def main() -> None:
     exit_on_sigterm()
     try:
-        app(standalone_mode=False)
-    except (KeyboardInterrupt, typer.Abort):
-        sys.stderr.write("stopped\n")
-    except typer.BadParameter as error:
-        sys.stderr.write(f"{error.message}\n")
-        raise SystemExit(2) from None
-    except (LaunchError, OSError) as error:
+        app()
+    except (LaunchError, PrepareError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(EXIT_FAILED) from None
 

@@ -80,7 +80,7 @@ class HandleStore:
         self._states[handle] = state
 
     def check_free(self, handle: str) -> None:
-        """Raise what `put` would raise for this handle now: to know before the work that fills it."""
+        """Raise now what `put` would raise for this handle: before the work that fills it."""
         self.expire()
         if handle in self._states:
             raise AlreadyExists("the handle is taken")

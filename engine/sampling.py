@@ -58,8 +58,7 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 def drawn(chances: np.ndarray, uniform: float) -> int:
     """The token that a uniform number in [0, 1) selects: the cumulative sum's inverse, by id."""
     cumulative = chances.cumsum()
-    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    return min(token, int(chances.nonzero()[0][-1]))
+    return int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
 
 
 def _outside_largest(values: np.ndarray, count: int) -> np.ndarray:

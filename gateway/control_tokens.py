@@ -23,7 +23,8 @@ from typing import Any
 
 from serving.model_dir import ModelDirError
 
-NONCE_DIGITS = 32
+# 9 to the 19th: nobody guesses one.
+NONCE_DIGITS = 20
 
 
 class ControlTokens:
@@ -36,17 +37,16 @@ class ControlTokens:
 
     def __init__(self, *, special: Mapping[str, int], format_tokens: Mapping[str, int]) -> None:
         """Both map a token's text to its id."""
-        tokens = {**format_tokens, **special}
-        self._open, self._close, self._break, self._name = _nonces(tokens)
-        self.sealed_names = {text: f"{self._name}x{i}x" for text, i in tokens.items()}
-        self._strict = _any_of(tokens)
+        self._tokens = {**format_tokens, **special}
+        self._open, self._close, self._break, name = _nonces(self._tokens)
+        self._marks = re.compile(f"({self._open}|{self._close}|{self._break})")
+        self.sealed_names = {text: f"{name}x{i}x" for text, i in self._tokens.items()}
+        self._strict = _any_of(self._tokens)
         self._lenient = _any_of(special)
-        self._starts = tuple({text[:end] for text in special for end in range(1, len(text))})
-        self._ends = tuple({text[start:] for text in special for start in range(1, len(text))})
+        self._starts = {text[:end] for text in special for end in range(1, len(text))}
+        self._ends = {text[start:] for text in special for start in range(1, len(text))}
+        self._longest = max(map(len, special), default=1)
         self._insides = "\0".join(special)
-        marks = f"{self._open}|{self._close}|{self._break}"
-        wrapped = f"{self._open}(?P<typed>{self._strict.pattern}){self._close}"
-        self._rendered = re.compile(f"{wrapped}|(?P<own>{self._strict.pattern})|{marks}")
 
     def marked_text(self, text: str, *, strict: bool) -> str:
         """Free text with its control tokens wrapped. strict: format tokens, too.
@@ -77,22 +77,34 @@ class ControlTokens:
 
     def sealed(self, rendered: str) -> str:
         """Rendered text, the template's own control tokens under sealed names, marks dropped."""
-        return self._rendered.sub(self._sealed_piece, rendered)
+        # Text and marks in turns; a token is never looked for across a mark.
+        texts_and_marks = ["", *self._marks.split(rendered), ""]
+        return "".join(
+            self._sealed_text(text, before=before, after=after)
+            for before, text, after in zip(
+                texts_and_marks[:-1:2], texts_and_marks[1::2], texts_and_marks[2::2], strict=True
+            )
+        )
+
+    def _sealed_text(self, text: str, *, before: str, after: str) -> str:
+        """One mark beside a token is enough: a template may have cut the other one off."""
+        typed = self._strict.match(text) if before == self._open else None
+        start = typed.end() if typed else 0
+        end = len(text)
+        if after == self._close and start < end:
+            ending = (token for token in self._tokens if text.endswith(token, start))
+            end -= max(map(len, ending), default=0)
+        own = self._strict.sub(lambda match: self.sealed_names[match[0]], text[start:end])
+        return f"{text[:start]}{own}{text[end:]}"
 
     def _wrapped(self, text: str, pattern: re.Pattern[str]) -> str:
         return pattern.sub(f"{self._open}\\g<0>{self._close}", text)
 
     def _fenced(self, wrapped: str, text: str) -> str:
-        at_start = self._break if text.startswith(self._ends) else ""
-        at_end = self._break if text.endswith(self._starts) else ""
+        lengths = range(1, min(self._longest, len(text) + 1))
+        at_start = self._break if any(text[:n] in self._ends for n in lengths) else ""
+        at_end = self._break if any(text[-n:] in self._starts for n in lengths) else ""
         return f"{at_start}{wrapped}{at_end}"
-
-    def _sealed_piece(self, match: re.Match[str]) -> str:
-        if match["typed"] is not None:
-            return match["typed"]
-        if match["own"] is not None:
-            return self.sealed_names[match["own"]]
-        return ""
 
 
 def _any_of(tokens: Collection[str]) -> re.Pattern[str]:
@@ -105,7 +117,10 @@ def _nonces(tokens: Collection[str]) -> tuple[str, str, str, str]:
     """Digits only: no filter of a template (upper, tojson, trim) changes them."""
     if not all(tokens) or any(text.isdigit() for text in tokens):
         raise ModelDirError("tokenizer.json has a special token that is empty or a number")
-    first, second, third, fourth = (
-        "".join(secrets.choice("0123456789") for _ in range(NONCE_DIGITS)) for _ in range(4)
-    )
+    first, second, third, fourth = (_nonce() for _ in range(4))
     return first, second, third, fourth
+
+
+def _nonce() -> str:
+    """The 1 stands in front only, so a nonce never overlaps with another one or with itself."""
+    return "1" + "".join(secrets.choice("023456789") for _ in range(NONCE_DIGITS - 1))

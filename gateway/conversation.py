@@ -10,6 +10,8 @@ from serving.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGES_MAX = 16_384
+# Parsed in the event loop, so it has to be quick.
+JSON_BYTES_MAX = 2**20
 JSON_DEPTH_MAX = 64
 FIELD = "prompt.conversation"
 
@@ -54,6 +56,12 @@ def _message_from(message: Any, *, field: str) -> dict[str, Any]:
 
 def _objects(text: str, *, field: str) -> list[dict[str, Any]]:
     """A JSON array of objects, without what JSON cannot say (NaN) and UTF-8 cannot write."""
+    if len(text.encode()) > JSON_BYTES_MAX:
+        raise InvalidRequest(
+            f"{field} is larger than {JSON_BYTES_MAX} bytes",
+            field=field,
+            metadata={"limit": str(JSON_BYTES_MAX)},
+        )
     try:
         value = json.loads(text, parse_constant=_no_constant)
         # A lone surrogate passes as an escape, and no tokenizer takes it.

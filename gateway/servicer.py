@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 import grpc
+import structlog
 
 from gateway.admission import TurnSlots
 from gateway.events import (
@@ -54,6 +55,8 @@ RETRY_AFTER_S = 1.0
 
 Resolve = Callable[..., TurnRequest]
 
+log = structlog.get_logger()
+
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
     """specprefill.v1.Gateway."""
@@ -87,7 +90,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         turn = self._turn(request, context, resolve_turn)
 
         async def send(event: TurnEvent) -> None:
-            await self._write(context, self._event_message(event, turn.request))
+            await self._write(context, _event_message(event, turn.request))
 
         async with self._admitted(turn):
             await self._run(turn, send)
@@ -106,9 +109,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 texts.append(event.text)
                 token_ids.extend(event.token_ids)
             elif isinstance(event, TurnStarted):
-                response.started.CopyFrom(self._started(event, turn.request))
+                response.started.CopyFrom(_started(event, turn.request))
             elif isinstance(event, TurnFinished):
-                response.finished.CopyFrom(self._finished(event, turn.request))
+                response.finished.CopyFrom(_finished(event, turn.request))
 
         async with self._admitted(turn):
             await self._run(turn, collect)
@@ -202,10 +205,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         async with aclosing(turn.events()) as events:
             async for event in events:
                 self._metrics.observe(event)
+                if isinstance(event, TurnFinished):
+                    _log_finished(event, turn.request)
                 await tell(event)
 
     async def _write(self, context: Any, message: gateway_pb2.GenerateResponse) -> None:
-        """Send one message; a client that does not read loses its stream."""
+        """Send one message. A client that takes none ends its turn, which frees what it held.
+
+        The message stays with the transport, and so does the status, until the client reads on or
+        goes.
+        """
         try:
             async with asyncio.timeout(self._settings.write_s_max) as limit:
                 await context.write(message)
@@ -216,45 +225,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 f"the client took no message for {self._settings.write_s_max} seconds",
                 metadata={"limit_s": str(self._settings.write_s_max)},
             ) from None
-
-    def _event_message(
-        self, event: TurnEvent, request: TurnRequest
-    ) -> gateway_pb2.GenerateResponse:
-        if isinstance(event, Delta):
-            return gateway_pb2.GenerateResponse(
-                delta=gateway_pb2.Delta(
-                    text=event.text, token_ids=wire.ids_to_bytes(event.token_ids)
-                )
-            )
-        if isinstance(event, Progress):
-            return gateway_pb2.GenerateResponse(progress=_progress_message(event))
-        if isinstance(event, TurnStarted):
-            return gateway_pb2.GenerateResponse(started=self._started(event, request))
-        return gateway_pb2.GenerateResponse(finished=self._finished(event, request))
-
-    def _started(self, started: TurnStarted, request: TurnRequest) -> gateway_pb2.Started:
-        return gateway_pb2.Started(
-            request_id=request.request_id,
-            prompt_tokens=started.prompt_tokens,
-            protected_head_tokens=started.protected_head_tokens,
-            settings=_request_settings(request, None),
-        )
-
-    def _finished(self, finished: TurnFinished, request: TurnRequest) -> gateway_pb2.Finished:
-        digest = None if finished.plan is None else finished.plan.settings_digest
-        message = gateway_pb2.Finished(
-            request_id=request.request_id,
-            finish_reason=_number(finished.finish_reason),
-            matched_stop_string=finished.matched_stop_string,
-            matched_stop_token_id=finished.matched_stop_token_id,
-            decision=_decision_message(finished.decision),
-            counts=_counts_message(finished.counts),
-            timings=_timings_message(finished.timings),
-            settings=_request_settings(request, digest),
-        )
-        if finished.plan is not None:
-            wire.fill_plan(message.plan, finished.plan)
-        return message
 
     def _explanation(
         self, found: Explanation, request: TurnRequest, *, include_text: bool
@@ -277,6 +247,58 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                     ids = found.prompt.token_ids[chunk.positions.start : chunk.positions.end]
                     message.text = self._services.encoder.decode(ids.tolist())
         return response
+
+
+def _log_finished(finished: TurnFinished, request: TurnRequest) -> None:
+    log.info(
+        "turn_finished",
+        request_id=request.request_id,
+        path=finished.decision.path.name,
+        reason=finished.decision.reason.name,
+        finish_reason=finished.finish_reason.name,
+        prompt_tokens=finished.counts.prompt_tokens,
+        executed_tokens=finished.counts.executed_tokens,
+        completion_tokens=finished.counts.completion_tokens,
+        time_to_first_token_s=round(finished.timings.time_to_first_token_s, 6),
+    )
+
+
+def _event_message(event: TurnEvent, request: TurnRequest) -> gateway_pb2.GenerateResponse:
+    if isinstance(event, Delta):
+        return gateway_pb2.GenerateResponse(
+            delta=gateway_pb2.Delta(text=event.text, token_ids=wire.ids_to_bytes(event.token_ids))
+        )
+    if isinstance(event, Progress):
+        return gateway_pb2.GenerateResponse(progress=_progress_message(event))
+    if isinstance(event, TurnStarted):
+        return gateway_pb2.GenerateResponse(started=_started(event, request))
+    return gateway_pb2.GenerateResponse(finished=_finished(event, request))
+
+
+def _started(started: TurnStarted, request: TurnRequest) -> gateway_pb2.Started:
+    return gateway_pb2.Started(
+        request_id=request.request_id,
+        prompt_tokens=started.prompt_tokens,
+        protected_head_tokens=started.protected_head_tokens,
+        settings=_request_settings(request, None),
+    )
+
+
+def _finished(finished: TurnFinished, request: TurnRequest) -> gateway_pb2.Finished:
+    digest = None if finished.plan is None else finished.plan.settings_digest
+    message = gateway_pb2.Finished(
+        request_id=request.request_id,
+        finish_reason=_number(finished.finish_reason),
+        matched_stop_string=finished.matched_stop_string,
+        matched_stop_token_id=finished.matched_stop_token_id,
+        decision=_decision_message(finished.decision),
+        counts=_counts_message(finished.counts),
+        timings=_timings_message(finished.timings),
+        settings=_request_settings(request, digest),
+    )
+    if finished.plan is not None:
+        wire.fill_plan(message.plan, finished.plan)
+    return message
 
 
 def _request_settings(request: TurnRequest, digest: bytes | None) -> gateway_pb2.EffectiveSettings:

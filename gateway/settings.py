@@ -37,17 +37,17 @@ class GatewaySettings(ServiceSettings):
     completion_tokens_max: int = Field(8192, ge=1, le=2**20)
 
     # Text of one prompt, before it is tokenised.
-    prompt_bytes_max: int = Field(8 * 2**20, ge=1, le=2**30)
+    prompt_bytes_max: int = Field(4 * 2**20, ge=1, le=2**30)
     # A render longer than this is refused: a template may write more than it was given.
     rendered_characters_max: int = Field(16 * 2**20, ge=1, le=2**30)
     # Turns in work, and turns that wait for one of them to end.
     turns_running_max: int = Field(64, ge=1, le=65_536)
     turns_waiting_max: int = Field(256, ge=0, le=65_536)
 
-    # A turn without a deadline gets this one.
-    turn_s_max: float = Field(600.0, gt=0, le=86_400)
+    # The longest a turn may take, whatever the caller's deadline.
+    turn_s_max: float = Field(3600.0, gt=0, le=86_400)
     # Scoring that takes longer is given up, and the turn goes dense.
-    score_s_max: float = Field(120.0, gt=0, le=86_400)
+    score_s_max: float = Field(600.0, gt=0, le=86_400)
     # The services' deadline is this much before the caller's, so that their error arrives in time.
     deadline_margin_s: float = Field(0.05, ge=0, le=60)
     # A message that the client does not take within this time ends its stream.

@@ -184,6 +184,8 @@ class Turn:
             self._check_plan(prompt)
         except ServiceError as error:
             self._so_far.decision = dense(reason_of(error))
+            # Nothing is reported of a plan that was refused.
+            self._so_far.scored = None
             log.warning(
                 "scoring_failed",
                 request_id=self.request.request_id,

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# Tokens before the new ones that are decoded again with them, because decoders treat the first
-# token of a text in its own way (most drop a leading blank).
-CONTEXT_TOKENS = 4
-# An unfinished character has at most three of its four bytes, and each token has at least one.
-UNFINISHED_TOKENS = 3
+# Tokens that are decoded again with the next ones. Three, because an unfinished character has at
+# most three of its four bytes and each token has at least one. And one before them, because
+# decoders treat the first token of a text in its own way (most drop a leading blank).
+WINDOW_TOKENS = 4
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -93,11 +92,10 @@ class _CertainText:
         return len(self._window) > length
 
     def _slide(self, text: str, *, held: bool) -> None:
-        keep = CONTEXT_TOKENS + (UNFINISHED_TOKENS if held else 0)
-        if len(self._window) > keep:
+        if len(self._window) > WINDOW_TOKENS:
             # Characters cut at the window's new start decode to U+FFFD then and later: they count
             # as returned, and UTF-8 falls into step again at the next character.
-            del self._window[:-keep]
+            del self._window[:-WINDOW_TOKENS]
             text = self._decode()
         self._returned = len(text) - held
 

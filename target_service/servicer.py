@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import grpc
+import structlog
 
 from engine.gpu_thread import GpuThread, JobStream
 from serving.errors import InternalError, QueueFull, ServiceError, Unavailable
@@ -31,6 +32,8 @@ PHASES = {
     PrefillKind.SPARSE: types_pb2.PHASE_SPARSE_PREFILL,
     PrefillKind.DENSE: types_pb2.PHASE_DENSE_PREFILL,
 }
+
+log = structlog.get_logger()
 
 
 class TargetServicer(target_pb2_grpc.TargetServicer):
@@ -147,7 +150,9 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             async with aclosing(self._batched(stream)) as events:
                 async for event in events:
                     yield event
-                    is_delivered = isinstance(event, Finished)
+                    if isinstance(event, Finished):
+                        is_delivered = True
+                        _log_finished(job, event)
         finally:
             await stream.aclose()
             if job.is_kept and not is_delivered:
@@ -179,6 +184,19 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
             case Finished():
                 finished = _finished_message(event, self._boot_id)
                 return target_pb2.TargetGenerateResponse(finished=finished)
+
+
+def _log_finished(job: GenerateJob, finished: Finished) -> None:
+    seconds = {name: round(value, 6) for name, value in asdict(finished.timings).items()}
+    log.info(
+        "generated",
+        request_id=job.call.request_id,
+        finish_reason=finished.reason.name,
+        is_sparse=finished.sparse,
+        is_kept=job.is_kept,
+        **{f"{name}_tokens": value for name, value in asdict(finished.counts).items()},
+        **seconds,
+    )
 
 
 def _finished_message(finished: Finished, boot_id: str) -> target_pb2.TargetFinished:

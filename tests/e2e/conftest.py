@@ -69,7 +69,7 @@ def long_text(words: int) -> str:
     return " ".join(f"sentence {n} tells of harbour number {n * 7}." for n in range(words // 7))
 
 
-def conversation(words: int = 1400) -> list[dict[str, str]]:
+def conversation(words: int = 500) -> list[dict[str, str]]:
     return [
         {"role": "system", "content": "Answer in one short sentence."},
         {"role": "user", "content": long_text(words)},

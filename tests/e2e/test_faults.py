@@ -43,7 +43,7 @@ def test_without_the_scorer_a_prompt_goes_dense(client: Client, services: LocalS
 def test_a_scorer_that_dies_while_scoring_costs_nothing_but_time(
     client: Client, services: LocalServices
 ) -> None:
-    events = client.generate(conversation(5000), max_tokens=4)
+    events = client.generate(conversation(1600), max_tokens=4)
     for event in events:
         if isinstance(event, Progress) and event.phase == "SCORE_PREFILL":
             services.kill("scorer")
@@ -82,7 +82,7 @@ def _answers(client: Client) -> bool:
 def test_a_cancel_in_any_phase_before_the_first_token_frees_everything(
     client: Client, services: LocalServices, phase: str
 ) -> None:
-    events = client.generate(conversation(3000), query_mode="lookahead", **ENDLESS)
+    events = client.generate(conversation(1600), query_mode="lookahead", **ENDLESS)
     for event in events:
         assert not isinstance(event, Delta), f"the first token came before {phase}"
         if isinstance(event, Progress) and event.phase == phase:
@@ -104,13 +104,13 @@ def test_a_deadline_that_passes_is_deadline_exceeded(
     client: Client, services: LocalServices, timeout_s: float
 ) -> None:
     with pytest.raises(DeadlineExceeded):
-        client.complete(conversation(5000), timeout_s=timeout_s, **ENDLESS)
+        client.complete(conversation(1600), timeout_s=timeout_s, **ENDLESS)
 
 
 def test_many_turns_at_once_give_what_they_give_alone(
     client: Client, services: LocalServices
 ) -> None:
-    prompts = [conversation(700 + 140 * n) for n in range(4)]
+    prompts = [conversation(300 + 70 * n) for n in range(4)]
     options = {"max_tokens": 12, "ignore_end_tokens": True}
     alone = [client.complete(prompt, **options).token_ids for prompt in prompts]
     together: dict[int, tuple[int, ...]] = {}

@@ -131,7 +131,7 @@ def test_metrics_of_every_stage_that_ran_are_there_and_promtool_agrees(
 def test_no_log_line_and_no_metric_holds_what_was_said(
     client: Client, services: LocalServices
 ) -> None:
-    messages = [{"role": "user", "content": f"{long_text(1400)} {CANARY}"}]
+    messages = [{"role": "user", "content": f"{long_text(500)} {CANARY}"}]
     client.complete(messages, max_tokens=2)
     with pytest.raises(Exception, match="keep"):
         client.complete(messages, keep_basis_points=10001)
@@ -143,8 +143,8 @@ def test_no_log_line_and_no_metric_holds_what_was_said(
 def test_the_command_line_speaks_json(services: LocalServices) -> None:
     runner = CliRunner()
     for command in (
-        ["generate", "--ask", long_text(700), "--mode", "sparse", "--max-tokens", "3"],
-        ["explain", "--ask", long_text(700), "--keep", "30%"],
+        ["generate", "--ask", long_text(300), "--mode", "sparse", "--max-tokens", "3"],
+        ["explain", "--ask", long_text(300), "--keep", "30%"],
         ["health"],
         ["info"],
     ):

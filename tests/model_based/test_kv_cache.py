@@ -203,10 +203,50 @@ def test_a_request_larger_than_any_extent_takes_the_largest_ones() -> None:
     by_slot = {cache.runs(sequence)[0][0]: sequence for sequence in singles}
     for slot in (1, 3, 4, 5, 7):
         cache.release(by_slot[slot])
-    wide = cache.new_sequence()
+    fitting, wide = cache.new_sequence(), cache.new_sequence()
+    cache.append(fitting, np.arange(3))
+    assert cache.runs(fitting) == [(3, 3)]
+    cache.release(fitting)
     cache.append(wide, np.arange(4))
-    assert sorted(cache.runs(wide), key=lambda run: -run[1])[0] == (3, 3)
-    assert cache.pages_free == 1
+    assert cache.runs(wide) == [(3, 3), (1, 1)]
+
+
+def test_pages_taken_behind_the_last_one_are_not_taken_twice() -> None:
+    cache = cache_of(pages=6, page_tokens=1)
+    growing, fence, rest = (cache.new_sequence() for _ in range(3))
+    cache.append(growing, np.arange(4))
+    cache.append(fence, np.arange(1))
+    cache.keep_slots(growing, 2)
+    assert cache.runs(fence) == [(4, 1)]
+    cache.append(growing, np.arange(2, 5))  # Pages 2 and 3, then 5 behind the fence.
+    assert cache.runs(growing) == [(0, 4), (5, 1)]
+    with pytest.raises(KvCacheFull):
+        cache.append(rest, np.arange(1))
+    cache.check_invariants()
+
+
+def full_cache_with_scattered_survivors() -> tuple[PagedKvCache, int]:
+    """No page is free, and what lies below position 7 are the slots 0, 1 and 3 of a sequence."""
+    cache = cache_of(pages=2, page_tokens=2)
+    sequence = cache.new_sequence()
+    cache.append(sequence, np.array([0, 1, 8, 2]))
+    return cache, sequence
+
+
+def test_a_fork_that_finds_no_page_to_compact_into_leaves_nothing_behind() -> None:
+    cache, sequence = full_cache_with_scattered_survivors()
+    with pytest.raises(KvCacheFull):
+        cache.fork(sequence, 7)
+    assert cache.sequences == 1
+    cache.check_invariants()
+
+
+def test_a_truncate_that_finds_no_page_to_compact_into_changes_nothing() -> None:
+    cache, sequence = full_cache_with_scattered_survivors()
+    with pytest.raises(KvCacheFull):
+        cache.truncate(sequence, 7)
+    assert cache.positions(sequence).tolist() == [0, 1, 8, 2]
+    cache.check_invariants()
 
 
 def test_fork_shares_pages_until_the_first_append() -> None:

@@ -160,6 +160,7 @@ def test_an_unknown_architecture_and_a_foreign_file_are_refused(tmp_path: Path) 
 
 
 @pytest.mark.model
+@pytest.mark.timeout(180)
 def test_the_embedded_model_loads_as_transformers_loads_it() -> None:
     source = find_source()
     found = GgufFile(source)

@@ -263,7 +263,7 @@ def test_where_the_pages_lie_changes_nothing(
 
 
 def fragment(cache: PagedKvCache, *, every: int) -> None:
-    """Leave extents of every - 1 pages free, filled with large values and between pages of others."""
+    """Leave extents of every - 1 pages free, filled with large values, between pages of others."""
     blockers = []
     for _ in range(cache.pages_total):
         sequence = cache.new_sequence()

@@ -20,7 +20,7 @@ from serving.errors import AlreadyExists, KvCacheFull, NonFiniteImportance, Serv
 from serving.keep_plan import KeepPlan, QueryMode, Run, run_members
 from tests.numerics.plain_attend import PlainAttend
 from tests.numerics.reference_importance import reference_importance
-from tests.numerics.scorer_rig import ScorerRig, job_for, prompt
+from tests.numerics.scorer_rig import ScorerRig, Turns, job_for, prompt
 from tests.tiny_models import write_tiny_model
 from tests.tolerances import PLAN_CUT
 
@@ -267,6 +267,18 @@ def test_progress_counts_what_is_run_and_never_goes_back(draft, mode: QueryMode)
     assert prefill == [0, 16, 32, 48, 64, last]
     queries = [event.done_tokens for event in events[:-1] if event.phase is Phase.QUERIES]
     assert queries == (list(range(1, 9)) if mode is LOOKAHEAD else [])
+
+
+def test_the_prefill_takes_small_chunks_while_others_wait(draft) -> None:
+    rig = ScorerRig(draft)
+    job = job_for(prompt(20, vocab=draft.shape.vocab), TAIL_WINDOW)
+    turns = Turns()
+    steps = rig.scorer.steps(job, rig.scorer.budget(job), turns)
+    turns.others_waiting = True
+    assert [next(steps).done_tokens for _ in range(3)] == [0, 4, 8]
+    turns.others_waiting = False
+    assert next(steps).done_tokens == 20
+    assert isinstance(list(steps)[-1], Scored)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_before_its_prefill(draft) -> None:

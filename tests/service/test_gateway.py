@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gateway.ports import ScoreCall, Tokens
+from gateway.ports import Phase, Progress, ScoreCall, Tokens
 from serving import errors
 from serving.finish import FinishReason
 from serving.keep_plan import Run
@@ -88,8 +88,6 @@ async def test_a_long_prompt_goes_sparse_with_the_scorers_plan(rig: Rig) -> None
 async def test_a_scorer_that_fails_midway_makes_the_turn_dense(
     rig: Rig, error: errors.ServiceError, reason: int
 ) -> None:
-    from gateway.ports import Phase, Progress
-
     rig.scorer.steps = lambda call: (Progress(Phase.SCORE_PREFILL, 1, 9), error)
     response = await rig.stub.Complete(complete_request())
     assert (response.finished.decision.path, response.finished.decision.reason) == (DENSE, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def _hold_in(rig: Rig, phase: str) -> Hold:
 
 async def _until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(5):
-        while not is_true():
+        while not is_true():  # noqa: ASYNC110 - nothing of what is waited for has an event.
             await asyncio.sleep(0)
 
 
@@ -62,7 +63,7 @@ async def _settled(rig: Rig) -> None:
 
 
 def _released_once(rig: Rig) -> bool:
-    return rig.target.released == [call.handle for call in rig.target.calls]
+    return sorted(rig.target.released) == sorted(call.handle for call in rig.target.calls)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -121,11 +122,11 @@ async def test_services_get_what_is_left_of_the_callers_deadline(model_dir: Path
         await rig.stub.Complete(complete_request(), timeout=8)
         await rig.stub.Complete(complete_request())
     assert rig.scorer.timeouts_s[0] == 7
-    assert 4 < rig.scorer.timeouts_s[1] < 6
+    assert 4 < rig.scorer.timeouts_s[1] < 6.5
     assert rig.scorer.timeouts_s[2] == 7
-    assert 15 < rig.target.timeouts_s[0] < 18
-    assert 3 < rig.target.timeouts_s[1] < 6
-    assert 590 < rig.target.timeouts_s[2] < 598
+    assert 15 < rig.target.timeouts_s[0] < 18.5
+    assert 3 < rig.target.timeouts_s[1] < 6.5
+    assert 3590 < rig.target.timeouts_s[2] < 3598
 
 
 async def test_a_deadline_that_is_over_already_starts_nothing(model_dir: Path) -> None:
@@ -167,13 +168,12 @@ async def test_a_target_that_goes_after_the_first_token_tears_the_answer(rig: Ri
         return (Tokens((72,), FIRST_TIMES), Tokens((73,)), errors.UpstreamUnavailable("gone"))
 
     rig.target.steps = steps
-    events = []
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        async for event in rig.stub.Generate(generate_request()):
-            events.append(event)
-    assert sum(event.HasField("delta") for event in events) == 2
-    assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
-    rebuilt = status.raised(failed.value)
+    call = rig.stub.Generate(generate_request())
+    kinds = [(await call.read()).WhichOneof("event") for _ in range(4)]
+    assert kinds == ["started", "progress", "delta", "delta"]
+    error = await _error_of(call)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    rebuilt = status.raised(error)
     assert isinstance(rebuilt, errors.StreamInterrupted)
     assert rebuilt.metadata["tokens_sent"] == "2"
     assert len(rig.target.calls) == 1
@@ -183,8 +183,6 @@ async def test_a_target_that_goes_after_the_first_token_tears_the_answer(rig: Ri
 
 async def test_a_target_that_ignores_the_plan_is_a_fault_and_no_answer(rig: Rig) -> None:
     def steps(call: GenerateCall) -> tuple[Any, ...]:
-        from dataclasses import replace
-
         return (Tokens((72,), FIRST_TIMES), replace(generated(call, 1), sparse=False))
 
     rig.target.steps = steps
@@ -227,20 +225,34 @@ async def test_a_client_that_does_not_read_loses_its_stream_alone(model_dir: Pat
         rig.target.steps = lambda call: reply(call, (72, 73))
         quick = await rig.stub.Complete(complete_request())
         assert quick.finished.counts.completion_tokens == 2
-        await asyncio.wait_for(_drained(slow), 10)
+        # The target is free again although the client has still not read.
         await _settled(rig)
+        assert _released_once(rig)
+        error = await _error_of(slow)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert isinstance(status.raised(error), errors.SlowConsumer)
+
+
+async def test_a_client_may_go_away_while_a_message_waits_for_it(model_dir: Path) -> None:
+    async with gateway_rig(model_dir, turn_s_max=0.3) as rig:
+        rig.target.steps = lambda call: (Tokens((72,) * 5_000_000, FIRST_TIMES), generated(call, 1))
+        slow = rig.stub.Generate(generate_request(text_prompt("the fox")))
+        await slow.read()
+        await _settled(rig)
+        slow.cancel()
         assert _released_once(rig)
 
 
-async def _drained(slow: Any) -> None:
-    """Wait until the server has ended the stream, then read what it left."""
+async def _read_all(call: Any) -> None:
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def _error_of(call: Any) -> grpc.aio.AioRpcError:
+    """The error that ends a stream, once all messages before it are read."""
     with pytest.raises(grpc.aio.AioRpcError) as ended:
-        while True:
-            await slow.code()
-            async for _ in slow:
-                pass
-    assert ended.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert isinstance(status.raised(ended.value), errors.SlowConsumer)
+        await _read_all(call)
+    return ended.value
 
 
 async def test_a_hundred_cancels_leave_nothing_behind(rig: Rig) -> None:

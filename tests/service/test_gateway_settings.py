@@ -86,6 +86,8 @@ async def test_every_prefill_option_reaches_the_scorer(model_dir: Path, entry: s
         span = {"start": 4, "end": 9}
         await _send(rig, entry, prefill={"protected_spans": [span]})
         assert rig.scorer.calls[-1].protected_spans == (Run(4, 9),)
+        if entry != "explain":
+            assert rig.target.calls[-1].protected_spans == (Run(4, 9),)
 
 
 @pytest.mark.parametrize("entry", ["generate", "complete"])

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from client import render
-from client.results import KeepPlan, Timings, finished_from, plan_from
+from client.results import Chunk, KeepPlan, Timings, finished_from, plan_from
 from tests.unit.client.fake_gateway import FINISHED, PLAN
 
 
@@ -76,3 +76,13 @@ def test_the_summary_says_path_reason_and_counts() -> None:
 )
 def test_a_bar_is_drawn_in_eighths(share: float, expected: str) -> None:
     assert render.bar(share, cells=4) == expected
+
+
+def test_the_chunk_table_shows_every_column_in_80_columns() -> None:
+    chunk = Chunk(
+        chunk=42, start=1344, end=1376, importance=0.0125, state="RANKED", text="so many words " * 9
+    )
+    text = _printed(render.chunk_table("Most important chunks", [chunk]), width=80)
+    for part in ("42", "1344-1375", "0.01250", "ranked", "so many words"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -208,6 +208,7 @@ def test_a_prepared_directory_is_not_prepared_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.model
+@pytest.mark.timeout(180)
 def test_the_tokenizer_equals_transformers_conversion_with_digits_split() -> None:
     """transformers' conversion knows no "smollm" and leaves out that digits are split first."""
     source = find_source()
@@ -224,6 +225,7 @@ def test_the_tokenizer_equals_transformers_conversion_with_digits_split() -> Non
 
 
 @pytest.mark.model
+@pytest.mark.timeout(180)
 def test_the_prepared_model_answers_a_short_question() -> None:
     directory = prepare()
     assert directory == prepared_model_dir()

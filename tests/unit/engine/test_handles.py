@@ -83,6 +83,17 @@ def test_the_number_of_handles_is_bounded(bench: Bench) -> None:
     assert len(bench.store) == 1
 
 
+def test_whether_a_handle_is_free_is_known_before_the_work_that_fills_it(bench: Bench) -> None:
+    bench.put("a")
+    with pytest.raises(AlreadyExists):
+        bench.store.check_free("a")
+    bench.store.check_free("b")
+    bench.put("b")
+    bench.put("c")
+    with pytest.raises(ResourceExhausted):
+        bench.store.check_free("d")
+
+
 def test_release_is_idempotent_and_counts_what_really_became_free(bench: Bench) -> None:
     bench.put("a", tokens=6)  # two pages
     assert bench.store.release(["a", "a", "unknown"]) == (1, 2 * bench.cache.page_bytes)

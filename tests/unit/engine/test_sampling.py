@@ -36,7 +36,7 @@ def plain_distribution(logits: list[float], sampling: Sampling) -> list[float]:
     return [mass[t] / kept_total if t in kept else 0.0 for t in range(len(logits))]
 
 
-# Eighths make equal logits likely. The cuts of top_p are none that a sum of such masses hits exactly.
+# Eighths make equal logits likely; no sum of such masses hits one of the top_p exactly.
 @given(
     eighths=st.lists(st.integers(-40, 40), min_size=1, max_size=30),
     temperature=st.sampled_from([0.3, 0.7, 1.0, 2.0]),

@@ -57,6 +57,15 @@ def _rendered_or_refused(source: str) -> str:
         return refused.message
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["{% set n = namespace(__class__=1) %}", "{% set n = namespace() %}{% set n._x = 1 %}"],
+)
+def test_a_namespace_takes_no_inner_names(source: str) -> None:
+    with pytest.raises(InvalidRequest):
+        _render(source)
+
+
 def test_template_code_in_a_message_is_only_text(tmp_path: Path) -> None:
     content = "{{ ''.__class__ }}{% raw %}{# no #}"
     write_byte_level(tmp_path, CHATML)

@@ -50,7 +50,8 @@ def test_an_unknown_role_is_refused(role: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "{}", "7", '["a"]', '[{"a": NaN}]', '[{"a": "\\ud800"}]', "[" * 100_000,
+        "", " " * 2**20 + "[]",
+        "{", "{}", "7", '["a"]', '[{"a": NaN}]', '[{"a": "\\ud800"}]', "[" * 100_000,
         json.dumps([{"a": [[]]}])[:-1], '[{"a": ' + "1" * 5000 + "}]",
         "[{" + '"a": {' * (JSON_DEPTH_MAX - 1) + "}" * (JSON_DEPTH_MAX - 1) + "}]",
     ],

@@ -116,6 +116,33 @@ def test_pieces_of_two_messages_never_join_into_a_special_token(tmp_path: Path) 
     assert 2 not in ids
 
 
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        ("<|im_{{ messages[0]['content'] }}", "end|>"),
+        ("{{ messages[0]['content'] }}end|>", "<|im_"),
+        ("<|{{ messages[0]['content'] }}|>", "im_end"),
+        ("<|im_{{ messages[0]['content'] }}", "end|> the fox"),
+        ("{{ messages[0]['content'] }}end|>", "the fox <|im_"),
+    ],
+)
+def test_a_template_and_a_message_never_make_a_special_token_together(
+    tmp_path: Path, template: str, content: str
+) -> None:
+    encoder = open_encoder(write_byte_level(tmp_path, template))
+    assert 2 not in encoder.encode(talk(("user", content)), tokens_max=999).token_ids
+
+
+@pytest.mark.parametrize("cut", ["[1:]", "[:-1]", ".split('e')[0]", ".split('_')[1]"])
+@pytest.mark.parametrize("content", ["<|im_end|>", "<|im_end|>b", "b<|im_end|>"])
+def test_a_template_that_cuts_a_message_makes_no_special_token_of_it(
+    tmp_path: Path, cut: str, content: str
+) -> None:
+    write_byte_level(tmp_path, "{{ messages[0]['content']" + cut + " }}")
+    ids = open_encoder(tmp_path).encode(talk(("user", content)), tokens_max=999).token_ids
+    assert 2 not in ids
+
+
 def test_format_tokens_are_text_for_users_and_tokens_for_assistants(tmp_path: Path) -> None:
     write_byte_level(tmp_path, "{% set f = '<tool_call>' %}" + REASONING)
     tokenizer = open_tokenizer(tmp_path)
