@@ -5,7 +5,6 @@ Messages are taken as they come (any object with the fields of scorer.proto).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,8 @@ from scorer_service.keep import check_draft_positions
 from scorer_service.scoring import ScoreJob
 from serving import wire
 from serving.errors import BaseMismatch, InvalidRequest
+from serving.handle_calls import lease_s_of
 from serving.limits import check_identifier, check_plan_settings, check_range
-
-RELEASE_HANDLES_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,38 +52,12 @@ def score_job(message: Any, *, limits: CallLimits) -> ScoreJob:
         protected_spans=wire.spans_from(message.protected_spans, tokens),
         base=(message.base.handle, message.base.tokens) if message.HasField("base") else None,
         keep_handle=message.keep_handle if message.HasField("keep_handle") else None,
-        lease_s=_lease_s(message, limits),
+        lease_s=lease_s_of(message, lease_s_max=limits.lease_s_max),
     )
     check_range(job.protected_head_tokens, low=0, high=tokens - 1, field="protected_head_tokens")
     _check_names(job)
     _check_base(job)
     return job
-
-
-def release_handles(message: Any) -> tuple[str, ...]:
-    """The handles of a ScorerReleaseRequest. Raises InvalidRequest."""
-    check_identifier(message.instance_id, field="instance_id")
-    check_range(
-        len(message.handles),
-        low=0,
-        high=RELEASE_HANDLES_MAX,
-        field="handles",
-        name="the number of handles",
-    )
-    return tuple(message.handles)
-
-
-def _lease_s(message: Any, limits: CallLimits) -> float:
-    if not message.HasField("lease_s"):
-        return limits.lease_s_max
-    lease_s: float = message.lease_s
-    if not math.isfinite(lease_s) or not 0.0 < lease_s <= limits.lease_s_max:
-        raise InvalidRequest(
-            f"lease_s is {lease_s}, it must be above 0 and at most {limits.lease_s_max}",
-            field="lease_s",
-            metadata={"limit": str(limits.lease_s_max), "got": str(lease_s)},
-        )
-    return lease_s
 
 
 def _check_names(job: ScoreJob) -> None:

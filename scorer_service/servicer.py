@@ -14,7 +14,7 @@ import structlog
 from engine.gpu_thread import GpuThread, JobStream
 from scorer_service.draft import Draft
 from scorer_service.metrics import Outcome, ScorerMetrics
-from scorer_service.request import CallLimits, release_handles, score_job
+from scorer_service.request import CallLimits, score_job
 from scorer_service.scoring import HEAD_SET, Phase, Scored, ScoreJob, ScoreProgress
 from scorer_service.settings import ScorerSettings
 from scorer_service.timings import Stage
@@ -26,6 +26,7 @@ from serving.errors import (
     ServiceError,
     Unavailable,
 )
+from serving.handle_calls import released_handles
 from serving.keep_plan import QueryMode
 from serving.telemetry import distribution_version
 from specprefill.v1 import scorer_pb2, scorer_pb2_grpc, types_pb2
@@ -93,7 +94,7 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServicer):
 
     async def Release(self, request: Any, context: Any) -> Any:
         """Free kept draft sequences. See scorer.proto."""
-        handles = release_handles(request)
+        handles = released_handles(request, handles_max=self._settings.release_handles_max)
         store = self._draft.scorer.handles
 
         def release() -> tuple[int, int]:

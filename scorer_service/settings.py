@@ -30,6 +30,7 @@ class ScorerSettings(ServiceSettings):
     kv_tokens: int = Field(65_536, ge=1, le=2**30)
     page_tokens: int = Field(64, ge=1, le=4096)
     handles_max: int = Field(1024, ge=1, le=2**20)
+    release_handles_max: int = Field(1024, ge=1, le=2**20)
     lease_s_max: float = Field(3600.0, ge=1, le=7 * 86_400)
     # How often states that nobody adopted are looked for while no request comes.
     expire_interval_s: float = Field(5.0, ge=0.1, le=3600)

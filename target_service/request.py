@@ -5,14 +5,14 @@ Messages are taken as they come (any object with the fields of target.proto).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from serving import wire
-from serving.errors import BaseMismatch, InvalidRequest
+from serving.errors import BaseMismatch
+from serving.handle_calls import lease_s_of
 from serving.keep_plan import KeepPlan, check_plan
 from serving.limits import (
     check_identifier,
@@ -104,7 +104,7 @@ def generate_call(message: Any, *, limits: CallLimits, received_at: float) -> Ge
             message.stop, max_tokens_default=limits.completion_tokens_max, vocab=limits.vocab
         ),
         retain=message.retain,
-        lease_s=_lease_s(message, limits),
+        lease_s=lease_s_of(message, lease_s_max=limits.lease_s_max),
         received_at=received_at,
     )
     check_sampling(call.sampling)
@@ -125,38 +125,12 @@ def fork_call(message: Any, *, limits: CallLimits) -> ForkCall:
         base=_base(message),
         position=message.position,
         handle=message.handle,
-        lease_s=_lease_s(message, limits),
+        lease_s=lease_s_of(message, lease_s_max=limits.lease_s_max),
     )
-
-
-def release_handles(message: Any, *, limits: CallLimits) -> tuple[str, ...]:
-    """The handles of a TargetReleaseRequest. Raises InvalidRequest."""
-    check_identifier(message.instance_id, field="instance_id")
-    check_range(
-        len(message.handles),
-        low=0,
-        high=limits.release_handles_max,
-        field="handles",
-        name="the number of handles",
-    )
-    return tuple(message.handles)
 
 
 def _base(message: Any) -> BaseRef:
     return BaseRef(message.base.handle, message.base.tokens)
-
-
-def _lease_s(message: Any, limits: CallLimits) -> float:
-    if not message.HasField("lease_s"):
-        return limits.lease_s_max
-    lease_s: float = message.lease_s
-    if not math.isfinite(lease_s) or not 0.0 < lease_s <= limits.lease_s_max:
-        raise InvalidRequest(
-            f"lease_s is {lease_s}, it must be above 0 and at most {limits.lease_s_max}",
-            field="lease_s",
-            metadata={"limit": str(limits.lease_s_max), "got": str(lease_s)},
-        )
-    return lease_s
 
 
 def _check_names(call: GenerateCall) -> None:

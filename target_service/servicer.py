@@ -13,6 +13,7 @@ import structlog
 
 from engine.gpu_thread import GpuThread, JobStream
 from serving.errors import InternalError, QueueFull, ServiceError, Unavailable
+from serving.handle_calls import released_handles
 from serving.telemetry import distribution_version
 from serving.wire import ids_to_bytes
 from specprefill.v1 import target_pb2, target_pb2_grpc, types_pb2
@@ -21,7 +22,7 @@ from target_service.core import ModelFacts, TargetCore
 from target_service.events import Counts, Event, Finished, Progress, Started
 from target_service.metrics import Outcome, TargetMetrics
 from target_service.prefill import PrefillKind
-from target_service.request import GenerateCall, fork_call, generate_call, release_handles
+from target_service.request import GenerateCall, fork_call, generate_call
 from target_service.scheduler import GenerateJob
 from target_service.sequences import Usage
 from target_service.timings import Timings
@@ -99,7 +100,7 @@ class TargetServicer(target_pb2_grpc.TargetServicer):
 
     async def Release(self, request: Any, context: Any) -> target_pb2.TargetReleaseResponse:
         core = self._loaded
-        handles = release_handles(request, limits=core.limits)
+        handles = released_handles(request, handles_max=core.limits.release_handles_max)
         instance_id = request.instance_id
         released, freed_bytes = await self._gpu.call(
             lambda: core.sequences.release(instance_id, handles)
