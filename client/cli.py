@@ -206,7 +206,7 @@ def _stream(client: Client, messages: list[dict[str, str]], options: GenerateOpt
         for event in client.generate(messages, **options):
             match event:
                 case Progress():
-                    status.update(_progress_line(event))
+                    status.update(render.progress_line(event))
                 case Delta():
                     status.stop()
                     sys.stdout.write(event.text)
@@ -218,11 +218,6 @@ def _stream(client: Client, messages: list[dict[str, str]], options: GenerateOpt
                     sys.stdout.flush()
                     errors.print()
                     errors.print(render.summary(event))
-
-
-def _progress_line(event: Progress) -> str:
-    phase = event.phase.lower().replace("_", " ")
-    return f"{phase} {event.done_tokens}/{event.total_tokens}" if event.total_tokens else phase
 
 
 def _info_table(found: ServerInfo) -> Table:

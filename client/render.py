@@ -9,7 +9,16 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from client.results import Chunk, Decision, Explanation, Finished, KeepPlan, Reply, Timings
+from client.results import (
+    Chunk,
+    Decision,
+    Explanation,
+    Finished,
+    KeepPlan,
+    Progress,
+    Reply,
+    Timings,
+)
 
 PICTURE_CELLS = 80
 BAR_CELLS = 24
@@ -73,6 +82,11 @@ def summary(reply: Reply | Finished) -> RenderableType:
     )
     parts += ["", stage_table(reply.timings)]
     return Group(*parts)
+
+
+def progress_line(event: Progress) -> str:
+    phase = event.phase.lower().replace("_", " ")
+    return f"{phase} {event.done_tokens}/{event.total_tokens}" if event.total_tokens else phase
 
 
 def decision_line(decision: Decision) -> str:

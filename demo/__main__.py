@@ -120,7 +120,7 @@ def _ask(
         for event in client.generate(messages, mode=mode, max_tokens=ANSWER_TOKENS_MAX):
             match event:
                 case Progress():
-                    status.update(_progress_line(event))
+                    status.update(render.progress_line(event))
                 case Delta():
                     status.stop()
                     pieces.append(event.text)
@@ -132,11 +132,6 @@ def _ask(
     answer = "".join(pieces).strip()
     is_right = None if question.expect is None else question.expect.lower() in answer.lower()
     return Answer(mode=mode, text=answer, is_right=is_right, finished=finished)
-
-
-def _progress_line(event: Progress) -> str:
-    phase = event.phase.lower().replace("_", " ")
-    return f"{phase} {event.done_tokens}/{event.total_tokens}" if event.total_tokens else phase
 
 
 def _comparison(questions: list[Question], answers: list[tuple[Answer, Answer]]) -> Table:
