@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import uuid
 
 from engine.gpu_thread import GpuThread
+from engine.upkeep import run_every
 from scorer_service.draft import Draft, load_draft
 from scorer_service.metrics import ScorerMetrics
 from scorer_service.servicer import ScorerServicer, register
 from scorer_service.settings import ScorerSettings
-from serving.errors import QueueFull
 from serving.server import fatal_reporter, serve
 from serving.settings import load_settings_or_exit
 from serving.telemetry import configure_logging, make_registry
@@ -40,7 +39,8 @@ async def run(settings: ScorerSettings) -> int:
         gpu.start()
         draft = await gpu.call(functools.partial(load_draft, settings))
         servicer.open(draft)
-        upkeep.append(asyncio.create_task(_expire(gpu, draft, settings.expire_interval_s)))
+        expire = functools.partial(_expire, gpu, draft)
+        upkeep.append(asyncio.create_task(run_every(settings.expire_interval_s, gpu, expire)))
 
     async def stop() -> None:
         for task in upkeep:
@@ -65,20 +65,11 @@ def main() -> None:
     raise SystemExit(asyncio.run(run(settings)))
 
 
-async def _expire(gpu: GpuThread, draft: Draft, interval_s: float) -> None:
-    """Free what nobody adopted, also while no request comes; check the books when idle."""
-    handles = draft.scorer.handles
-
-    def expire() -> None:
-        handles.expire()
-        if gpu.jobs_running + gpu.jobs_waiting == 1:
-            handles.check_invariants()
-
-    while True:
-        await asyncio.sleep(interval_s)
-        # A full queue needs no help: every scoring looks for expired states itself.
-        with contextlib.suppress(QueueFull):
-            await gpu.call(expire)
+def _expire(gpu: GpuThread, draft: Draft) -> None:
+    """Free what nobody adopted; check the books when idle."""
+    draft.scorer.handles.expire()
+    if gpu.jobs_running + gpu.jobs_waiting == 1:
+        draft.scorer.handles.check_invariants()
 
 
 def _export_gauges(

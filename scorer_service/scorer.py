@@ -9,12 +9,11 @@ from typing import Protocol
 from engine.decoder import Decoder
 from engine.handles import HandleStore, HeldState
 from engine.kv_cache import PagedKvCache
+from engine.page_promises import PagePromises
+from engine.stage_clock import StageClock
 from scorer_service.keep import Budget, budget_of, check_draft_positions
 from scorer_service.scoring import Scored, ScoreJob, ScoreProgress, Scoring
-from scorer_service.timings import Stage, StageClock
-from serving.errors import KvCacheFull
-
-RETRY_AFTER_S = 1.0
+from scorer_service.timings import Stage
 
 
 class Turns(Protocol):
@@ -48,8 +47,7 @@ class Scorer:
         self.time_s = time_s
         self._chunk_tokens = prefill_chunk_tokens
         self._chunk_tokens_shared = prefill_chunk_tokens_shared
-        # Slots that each running scoring's sequence grows to.
-        self._slots_promised: dict[int, int] = {}
+        self._promises = PagePromises(cache)
 
     def budget(self, job: ScoreJob) -> Budget:
         """What is known of the plan before any model runs.
@@ -74,7 +72,11 @@ class Scorer:
         """Progress, then one Scored. Raises KvEvicted, BaseMismatch, AlreadyExists, KvCacheFull,
         ResourceExhausted or NonFiniteImportance; whatever ends it, only a kept sequence is left.
         """
-        clock = StageClock(time_s=self.time_s, queue_s=turns.queue_s)
+        clock = StageClock(
+            time_s=self.time_s,
+            waiting=Stage.QUEUE,
+            started_at=self.time_s() - turns.queue_s,
+        )
         clock.enter(Stage.RESTORE)
         if job.instance_id:
             self.handles.claim(job.instance_id)
@@ -91,7 +93,7 @@ class Scorer:
                 budget=budget,
                 end_token_ids=self.end_token_ids,
             )
-            self._promise_pages(sequence, scoring.slots_max)
+            self._promises.promise(sequence, scoring.slots_to_append)
             for progress in scoring.steps(clock, lambda: self.chunk_tokens(turns)):
                 with clock.queued():
                     yield progress
@@ -99,7 +101,7 @@ class Scorer:
             self._keep(job, sequence)
             yield scored
         finally:
-            self._slots_promised.pop(sequence, None)
+            self._promises.forget(sequence)
             if not job.is_kept:
                 self.cache.release(sequence)
 
@@ -119,26 +121,6 @@ class Scorer:
         handle, tokens = job.base
         state = self.handles.base(handle, tokens, job.prompt_ids)
         return self.cache.fork(state.sequence, min(tokens, job.prompt_tokens - job.query_tokens))
-
-    def _promise_pages(self, sequence: int, slots: int) -> None:
-        """Set pages aside before any work, so that an admitted scoring never runs out of them.
-
-        slots: what the sequence grows to. Raises KvCacheFull.
-        """
-        self._slots_promised[sequence] = slots
-        needed = self._pages_to_come(sequence)
-        promised = sum(map(self._pages_to_come, self._slots_promised)) - needed
-        free = self.cache.pages_free - promised
-        if needed > free:
-            raise KvCacheFull(
-                f"{needed} pages are needed, {free} are free",
-                metadata={"needed": str(needed), "free": str(free)},
-                retry_after_s=RETRY_AFTER_S,
-            )
-
-    def _pages_to_come(self, sequence: int) -> int:
-        tokens = self._slots_promised[sequence] - self.cache.length(sequence)
-        return self.cache.pages_needed(sequence, tokens)
 
     def _keep(self, job: ScoreJob, sequence: int) -> None:
         if job.keep_handle is None:

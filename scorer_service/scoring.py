@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from engine.attention import RUNS_MAX, begin_forward
+from engine.attention import RUNS_MAX
 from engine.decoder import Decoder
+from engine.forward import fill_chunk, settle
 from engine.kv_cache import PagedKvCache
+from engine.stage_clock import StageClock
 from scorer_service.importance import RunningImportance
 from scorer_service.keep import Budget, mean_per_chunk, select
 from scorer_service.lookahead import Lookahead, QueryTap
-from scorer_service.timings import Stage, StageClock
+from scorer_service.timings import Stage
 from serving.keep_plan import KeepPlan, PlanSettings, QueryMode, Run, settings_digest
 
 HEAD_SET = "all"
@@ -109,12 +110,14 @@ class Scoring:
         self._importance = np.empty(0, dtype=np.float32)
 
     @property
-    def slots_max(self) -> int:
-        """Slots of the sequence at its longest."""
+    def slots_to_append(self) -> int:
+        """Slots that the sequence grows by until it is at its longest."""
         decoded = self._job.settings.lookahead_tokens - 1 if self._is_lookahead else 0
-        return self._job.prompt_tokens + decoded
+        return self._job.prompt_tokens + decoded - self._restored_tokens
 
-    def steps(self, clock: StageClock, chunk_tokens: Callable[[], int]) -> Iterator[ScoreProgress]:
+    def steps(
+        self, clock: StageClock[Stage], chunk_tokens: Callable[[], int]
+    ) -> Iterator[ScoreProgress]:
         """Everything up to the importance, one bounded step at a time."""
         clock.enter(Stage.PREFILL)
         prompt_tokens = self._job.prompt_tokens
@@ -129,7 +132,7 @@ class Scoring:
         clock.enter(Stage.SELECT)
         yield ScoreProgress(Phase.SELECT, prompt_tokens, prompt_tokens)
 
-    def scored(self, clock: StageClock) -> Scored:
+    def scored(self, clock: StageClock[Stage]) -> Scored:
         """The plan, after the steps."""
         job = self._job
         by_chunk = mean_per_chunk(self._importance, job.settings.chunk_tokens)
@@ -171,14 +174,14 @@ class Scoring:
         window = self._job.prompt_tokens - self._job.query_tokens
         is_tapped = end > window and not self._is_lookahead
         tap = self._tap.from_row(max(window - start, 0)) if is_tapped else None
-        ids = self._job.prompt_ids[start:end].astype(np.int64)
-        device = self._decoder.device
-        self._decoder.fill(
-            torch.from_numpy(ids).to(device),
-            torch.from_numpy(positions).to(device),
-            begin_forward(self._cache, [(self.sequence, positions)], tap=tap),
+        fill_chunk(
+            self._decoder,
+            self._cache,
+            self.sequence,
+            token_ids=self._job.prompt_ids[start:end],
+            positions=positions,
+            tap=tap,
         )
-        self._settle()
 
     def _lookahead(self) -> Iterator[ScoreProgress]:
         settings = self._job.settings
@@ -190,7 +193,7 @@ class Scoring:
             settings=settings,
         )
         for done in lookahead.steps():
-            self._settle()
+            settle(self._decoder)
             yield ScoreProgress(Phase.QUERIES, done, settings.lookahead_tokens)
         self._prefilled_tokens += 1
         self._tap = lookahead.tap
@@ -212,7 +215,7 @@ class Scoring:
             for layer in range(first, end):
                 queries = self._tap.layer(layer)[: self._queries]
                 running.add_layer(queries, self._keys(layer))
-            self._settle()
+            settle(self._decoder)
             yield ScoreProgress(Phase.K_PASS, tokens * end // layers, tokens)
         self._importance = running.finish()
 
@@ -228,8 +231,3 @@ class Scoring:
         if len(runs) > RUNS_MAX:
             return [self._cache.gather(layer, self.sequence)[0]]
         return [self._cache.run(layer, first, slots)[0] for first, slots in runs]
-
-    def _settle(self) -> None:
-        """A step is over when its work is: fairness, cancellation and stage times depend on it."""
-        if self._decoder.device.type == "cuda":
-            torch.cuda.synchronize(self._decoder.device)

@@ -58,8 +58,8 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServicer):
         """Take requests for this draft from now on."""
         self._opened = draft
         self._limits = CallLimits(
-            vocab=draft.info.vocab_tokens,
-            positions_max=draft.info.positions_max,
+            vocab=draft.facts.vocab_tokens,
+            positions_max=draft.facts.positions_max,
             lookahead_tokens_max=self._settings.lookahead_tokens_max,
             window_tokens_max=self._settings.window_tokens_max,
             lease_s_max=self._settings.lease_s_max,
@@ -108,19 +108,19 @@ class ScorerServicer(scorer_pb2_grpc.ScorerServicer):
 
     async def GetInfo(self, request: Any, context: Any) -> Any:
         """The draft and the limits. Reads a few integers, so it never waits for the GPU thread."""
-        info, scorer = self._draft.info, self._draft.scorer
+        draft, scorer = self._draft, self._draft.scorer
         response = scorer_pb2.ScorerGetInfoResponse(
             version=distribution_version(),
             boot_id=self._boot_id,
             default_query_mode=types_pb2.QueryMode.Name(
-                wire.query_mode_number(info.default_query_mode)
+                wire.query_mode_number(draft.default_query_mode)
             ),
             lookahead_tokens_max=self._settings.lookahead_tokens_max,
             window_tokens_max=self._settings.window_tokens_max,
             head_set=HEAD_SET,
         )
         for field in types_pb2.ModelInfo.DESCRIPTOR.fields_by_name:
-            setattr(response.model, field, getattr(info, field))
+            setattr(response.model, field, getattr(draft.facts, field))
         for field in ("pages_total", "pages_free", "page_tokens", "page_bytes"):
             setattr(response.kv, field, getattr(scorer.cache, field))
         response.kv.handles = len(scorer.handles)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import os
 import time
@@ -11,7 +10,7 @@ import uuid
 from collections.abc import Callable
 
 from engine.gpu_thread import GpuThread
-from serving.errors import QueueFull
+from engine.upkeep import run_every
 from serving.server import fatal_reporter, serve
 from serving.settings import load_settings_or_exit
 from serving.telemetry import configure_logging, make_registry
@@ -53,7 +52,8 @@ async def run(settings: TargetSettings) -> int:
         load = functools.partial(load_core, settings, metrics, time_s=time.perf_counter)
         core = await gpu.call(load)
         servicer.attach(core)
-        upkeep.append(asyncio.create_task(_expire(gpu, core.sequences, settings.expire_interval_s)))
+        expire = functools.partial(_expire, core.sequences)
+        upkeep.append(asyncio.create_task(run_every(settings.expire_interval_s, gpu, expire)))
 
     async def stop() -> None:
         for task in upkeep:
@@ -78,18 +78,10 @@ def main() -> None:
     raise SystemExit(asyncio.run(run(settings)))
 
 
-async def _expire(gpu: GpuThread, sequences: Sequences, interval_s: float) -> None:
-    """Free what nobody adopted, also while no request comes, and check the books."""
-
-    def expire() -> None:
-        sequences.expire()
-        sequences.check_invariants()
-
-    while True:
-        await asyncio.sleep(interval_s)
-        # A full queue needs no help: every request looks for expired states itself.
-        with contextlib.suppress(QueueFull):
-            await gpu.call(expire)
+def _expire(sequences: Sequences) -> None:
+    """Free what nobody adopted, and check the books."""
+    sequences.expire()
+    sequences.check_invariants()
 
 
 def _export_gauges(metrics: TargetMetrics, servicer: TargetServicer, gpu: GpuThread) -> None:

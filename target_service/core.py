@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
-import torch
 
 from engine.decoder import Decoder
 from engine.handles import HandleStore
 from engine.kv_cache import PagedKvCache
-from engine.weights import load_decoder
-from serving.model_dir import (
-    end_token_ids,
-    load_tokenizer,
-    model_revision,
-    read_config,
-    tokenizer_digest,
-)
+from engine.model_service import ModelFacts, load_model, model_facts, new_cache
+from serving.model_dir import end_token_ids, load_tokenizer
 from target_service.metrics import TargetMetrics
 from target_service.prefill import fill, forward_token
 from target_service.request import CallLimits
@@ -28,21 +20,6 @@ from target_service.sequences import Sequences
 from target_service.settings import TargetSettings
 
 WARM_UP_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What GetInfo tells of the model."""
-
-    name: str
-    architecture: str
-    revision: str
-    tokenizer_digest: str
-    layers: int
-    vocab_tokens: int
-    positions_max: int
-    dtype: str
-    device: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +38,7 @@ def load_core(
 
     Raises ModelDirError, UnsupportedModel or InvalidCheckpoint.
     """
-    if settings.torch_threads is not None:
-        torch.set_num_threads(settings.torch_threads)
-    device = _device(settings.device)
-    decoder = load_decoder(
-        settings.model_dir,
-        dtype=_dtype(settings.dtype, device),
-        device=device,
-        kind=settings.decoder,
-    )
-    return build_core(decoder, settings, metrics, time_s=time_s)
+    return build_core(load_model(settings), settings, metrics, time_s=time_s)
 
 
 def build_core(
@@ -81,13 +49,7 @@ def build_core(
     time_s: Callable[[], float],
 ) -> TargetCore:
     """Cache, handles and scheduler of a decoder, which is run once."""
-    cache = PagedKvCache(
-        decoder.shape,
-        pages=settings.pages,
-        page_tokens=settings.page_tokens,
-        dtype=decoder.dtype,
-        device=decoder.device,
-    )
+    cache = new_cache(decoder, settings)
     warm_up(decoder, cache)
     store = HandleStore(
         cache,
@@ -113,7 +75,7 @@ def build_core(
         scheduler=scheduler,
         sequences=sequences,
         limits=_limits(settings, decoder),
-        facts=_facts(settings, decoder),
+        facts=model_facts(settings.model_dir, decoder),
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
     )
 
@@ -153,35 +115,3 @@ def _limits(settings: TargetSettings, decoder: Decoder) -> CallLimits:
         lease_s_max=settings.lease_s_max,
         release_handles_max=settings.release_handles_max,
     )
-
-
-def _facts(settings: TargetSettings, decoder: Decoder) -> ModelFacts:
-    return ModelFacts(
-        name=settings.model_dir.resolve().name,
-        architecture=str(read_config(settings.model_dir).get("model_type", "")),
-        revision=model_revision(settings.model_dir),
-        tokenizer_digest=tokenizer_digest(settings.model_dir),
-        layers=decoder.shape.layers,
-        vocab_tokens=decoder.shape.vocab,
-        positions_max=decoder.shape.positions_max,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        device=str(decoder.device),
-    )
-
-
-def _device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
-def _dtype(
-    name: Literal["auto", "float32", "float64", "bfloat16"], device: torch.device
-) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return {
-        "float32": torch.float32,
-        "float64": torch.float64,
-        "bfloat16": torch.bfloat16,
-    }[name]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.attention import begin_forward
 from engine.decoder import Decoder
+from engine.forward import fill_chunk
 from engine.kv_cache import PagedKvCache
 from serving.keep_plan import KeepPlan, kept_positions
 
@@ -76,7 +77,7 @@ def fill(
     done = 0
     while done < positions.size:
         step = positions[done : done + chunk_tokens()]
-        _fill_chunk(decoder, cache, sequence, token_ids[step], step)
+        fill_chunk(decoder, cache, sequence, token_ids=token_ids[step], positions=step)
         done += step.size
         yield done
 
@@ -90,19 +91,3 @@ def forward_token(
     at = torch.tensor([position], dtype=torch.int64, device=decoder.device)
     hidden = decoder(ids, at, begin_forward(cache, [(sequence, at)]))
     return decoder.logits(hidden)[0]
-
-
-@torch.inference_mode()
-def _fill_chunk(
-    decoder: Decoder,
-    cache: PagedKvCache,
-    sequence: int,
-    token_ids: np.ndarray,
-    positions: np.ndarray,
-) -> None:
-    ids = torch.from_numpy(token_ids.astype(np.int64)).to(decoder.device)
-    at = torch.from_numpy(positions).to(decoder.device)
-    decoder.fill(ids, at, begin_forward(cache, [(sequence, at)]))
-    if decoder.device.type == "cuda":
-        # A step is over when its work is: fairness, cancellation and stage times depend on it.
-        torch.cuda.synchronize(decoder.device)

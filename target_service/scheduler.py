@@ -19,7 +19,7 @@ from target_service.metrics import TargetMetrics, TokenKind
 from target_service.prefill import PrefillKind, PrefillPart, fill, prefill_parts
 from target_service.request import GenerateCall
 from target_service.sequences import OpenSequence, Sequences
-from target_service.timings import Stage, StageClock, Timings
+from target_service.timings import RequestClock, Stage, Timings
 
 STAGES: Mapping[PrefillKind, Stage] = {
     PrefillKind.PROTECTED: Stage.PROTECTED_PREFILL,
@@ -62,7 +62,7 @@ class _Run:
 
     job: GenerateJob
     turns: Turns
-    clock: StageClock
+    clock: RequestClock
     parts: tuple[PrefillPart, ...]
     sampler: Sampler
     reply: Reply
@@ -129,7 +129,7 @@ class Scheduler:
         return _Run(
             job=job,
             turns=turns,
-            clock=StageClock(time_s=self._time_s, started_at=call.received_at),
+            clock=RequestClock(time_s=self._time_s, started_at=call.received_at),
             parts=prefill_parts(
                 prompt_tokens=call.prompt_tokens, base_tokens=call.base_tokens, plan=call.plan
             ),

@@ -15,16 +15,14 @@ import numpy as np
 
 from engine.handles import HandleStore, HeldState
 from engine.kv_cache import PagedKvCache
+from engine.page_promises import PagePromises
 from serving.errors import (
     AlreadyExists,
     BaseMismatch,
-    KvCacheFull,
     ResourceExhausted,
     WrongState,
 )
 from target_service.request import ForkCall, GenerateCall
-
-RETRY_AFTER_S = 1.0
 
 
 @dataclass(slots=True)
@@ -53,8 +51,7 @@ class Sequences:
         self._cache = cache
         self._store = store
         self._handles_max = handles_max
-        # Slots that each running request will have when its reply is as long as it may be.
-        self._slots_promised: dict[int, int] = {}
+        self._promises = PagePromises(cache)
         self._handles_promised: set[str] = set()
 
     @contextlib.contextmanager
@@ -73,12 +70,12 @@ class Sequences:
         sequence = self._forked(base)
         opened = OpenSequence(sequence, base, self._cache.length(sequence))
         try:
-            self._promise(opened.sequence, slots)
+            self._promises.promise(opened.sequence, slots)
             if call.retain:
                 self._handles_promised.add(call.handle)
             yield opened
         finally:
-            self._slots_promised.pop(opened.sequence, None)
+            self._promises.forget(opened.sequence)
             if call.retain:
                 self._handles_promised.discard(call.handle)
             if not opened.is_kept:
@@ -158,11 +155,9 @@ class Sequences:
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not match the cache."""
-        assert self._pages_promised() <= self._cache.pages_free
         assert len(self._store) + len(self._handles_promised) <= self._handles_max
-        assert len(self._slots_promised) + len(self._store) == self._cache.sequences
-        for sequence, slots in self._slots_promised.items():
-            assert self._cache.length(sequence) <= slots
+        assert len(self._promises) + len(self._store) == self._cache.sequences
+        self._promises.check_invariants()
         self._store.check_invariants()
 
     def _base_of(self, call: GenerateCall) -> HeldState | None:
@@ -186,22 +181,3 @@ class Sequences:
                 f"{self._handles_max} states are held, the limit: release some",
                 metadata={"limit": str(self._handles_max)},
             )
-
-    def _promise(self, sequence: int, slots: int) -> None:
-        needed = self._cache.pages_needed(sequence, slots)
-        total, free = self._cache.pages_total, self._cache.pages_free - self._pages_promised()
-        if needed > free:
-            raise KvCacheFull(
-                f"{needed} pages are needed, {free} of {total} are free",
-                metadata={"needed_pages": str(needed), "free_pages": str(free)},
-                # Waiting helps only where the running requests stand in the way.
-                retry_after_s=RETRY_AFTER_S if needed <= total and self._slots_promised else None,
-            )
-        self._slots_promised[sequence] = self._cache.length(sequence) + slots
-
-    def _pages_promised(self) -> int:
-        """Pages that running requests may still take."""
-        return sum(
-            self._cache.pages_needed(sequence, slots - self._cache.length(sequence))
-            for sequence, slots in self._slots_promised.items()
-        )

@@ -12,13 +12,14 @@ import grpc
 import structlog
 
 from engine.gpu_thread import GpuThread, JobStream
+from engine.model_service import ModelFacts
 from serving.errors import InternalError, QueueFull, ServiceError, Unavailable
 from serving.handle_calls import released_handles
 from serving.telemetry import distribution_version
 from serving.wire import ids_to_bytes
 from specprefill.v1 import target_pb2, target_pb2_grpc, types_pb2
 from target_service.coalesce import Answer, TokenBatch, coalesced
-from target_service.core import ModelFacts, TargetCore
+from target_service.core import TargetCore
 from target_service.events import Counts, Event, Finished, Progress, Started
 from target_service.metrics import Outcome, TargetMetrics
 from target_service.prefill import PrefillKind
@@ -230,7 +231,7 @@ def _timings_message(timings: Timings) -> target_pb2.TargetTimings:
 
 
 def _model_message(facts: ModelFacts) -> types_pb2.ModelInfo:
-    return types_pb2.ModelInfo(**asdict(facts), layers_used=facts.layers)
+    return types_pb2.ModelInfo(**asdict(facts))
 
 
 def _kv_message(usage: Usage) -> types_pb2.KvUsage:

@@ -1,11 +1,12 @@
-"""Where the time to the first token went: stages that partition it, whatever the other jobs do."""
+"""Where the time to the first token went, and the decoding after it."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from engine.stage_clock import StageClock
 
 
 class Stage(enum.Enum):
@@ -32,33 +33,18 @@ class Timings:
     total_s: float
 
 
-class StageClock:
-    """Attributes every moment up to the first token to exactly one stage."""
+class RequestClock(StageClock[Stage]):
+    """Attributes every moment up to the first token to a stage; what comes later is decoding."""
 
     def __init__(self, *, time_s: Callable[[], float], started_at: float) -> None:
-        """started_at: when the request came in, on the same clock as time_s."""
-        self._time_s = time_s
+        super().__init__(time_s=time_s, waiting=Stage.QUEUE, started_at=started_at)
         self._started_at = started_at
-        self._since = started_at
-        self._stage = Stage.QUEUE
-        self._seconds = dict.fromkeys(Stage, 0.0)
         self._first_token_s: float | None = None
 
     def enter(self, stage: Stage) -> None:
         """End the current stage and begin this one. After the first token nothing is counted."""
-        if self._first_token_s is not None:
-            return
-        now = self._time_s()
-        self._seconds[self._stage] += now - self._since
-        self._stage, self._since = stage, now
-
-    @contextlib.contextmanager
-    def queued(self) -> Iterator[None]:
-        """While other jobs take their turns this one waits: queueing, whatever stage it is in."""
-        stage = self._stage
-        self.enter(Stage.QUEUE)
-        yield
-        self.enter(stage)
+        if self._first_token_s is None:
+            super().enter(stage)
 
     def first_token(self) -> Timings:
         """Close the books: what comes later is decoding."""
@@ -74,7 +60,7 @@ class StageClock:
     def _timings(self, total_s: float) -> Timings:
         assert self._first_token_s is not None
         return Timings(
-            **{f"{stage.value}_s": seconds for stage, seconds in self._seconds.items()},
+            **{f"{stage.value}_s": self._seconds.get(stage, 0.0) for stage in Stage},
             first_token_s=self._first_token_s,
             decode_s=total_s - self._first_token_s,
             total_s=total_s,

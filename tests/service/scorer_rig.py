@@ -159,7 +159,7 @@ def gated(draft: Draft, settings: ScorerSettings) -> tuple[Draft, GatedDecoder]:
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         prefill_chunk_tokens_shared=settings.prefill_chunk_tokens_shared,
     )
-    return Draft(behind, draft.info), decoder
+    return Draft(behind, draft.facts), decoder
 
 
 def channel_to(port: int) -> grpc.aio.Channel:

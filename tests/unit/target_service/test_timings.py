@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from target_service.timings import Stage, StageClock
+from target_service.timings import RequestClock, Stage
 
 
 class HandClock:
@@ -19,7 +19,7 @@ class HandClock:
 
 def test_each_stage_gets_the_time_from_its_begin_to_the_next() -> None:
     time_s = HandClock()
-    clock = StageClock(time_s=time_s, started_at=0.0)
+    clock = RequestClock(time_s=time_s, started_at=0.0)
     for stage, seconds in (
         (Stage.RESTORE, 1.0),
         (Stage.PROTECTED_PREFILL, 2.0),
@@ -41,7 +41,7 @@ def test_each_stage_gets_the_time_from_its_begin_to_the_next() -> None:
 
 def test_waiting_for_a_turn_is_queueing_in_any_stage() -> None:
     time_s = HandClock()
-    clock = StageClock(time_s=time_s, started_at=0.0)
+    clock = RequestClock(time_s=time_s, started_at=0.0)
     clock.enter(Stage.DENSE_PREFILL)
     time_s.now = 1.0
     with clock.queued():
@@ -53,7 +53,7 @@ def test_waiting_for_a_turn_is_queueing_in_any_stage() -> None:
 
 def test_what_comes_after_the_first_token_is_decoding() -> None:
     time_s = HandClock()
-    clock = StageClock(time_s=time_s, started_at=0.0)
+    clock = RequestClock(time_s=time_s, started_at=0.0)
     time_s.now = 1.0
     clock.first_token()
     with clock.queued():
@@ -66,7 +66,7 @@ def test_what_comes_after_the_first_token_is_decoding() -> None:
 @given(st.lists(st.tuples(st.sampled_from(Stage), st.floats(0, 10), st.floats(0, 10)), max_size=20))
 def test_the_stages_always_add_up(steps: list[tuple[Stage, float, float]]) -> None:
     time_s = HandClock()
-    clock = StageClock(time_s=time_s, started_at=0.0)
+    clock = RequestClock(time_s=time_s, started_at=0.0)
     for stage, work_s, wait_s in steps:
         clock.enter(stage)
         time_s.now += work_s
